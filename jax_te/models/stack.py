@@ -10,16 +10,23 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer, output_of, split_output
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
-from jax_te.ops import BiasType, MaskType, loop_over_layers
+from jax_te.ops import BiasType, MaskType, scan_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
-from jax_te.remat import Changes, RecomputePolicy, Watched, recompute_policy, remat, selective_recompute
+from jax_te.remat import (
+    Changes,
+    RecomputePolicy,
+    Watched,
+    recompute_policy,
+    remat,
+    run_with_gradients_at_once,
+    selective_recompute,
+)
 from jax_te.typing import Array, Words
 
 _NO_RECOMPUTE = RecomputeConfig()
@@ -161,10 +168,10 @@ def run_layers(
         recompute: layers, or modules of layers, that backward recomputes.
         policy: residuals that full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it at its
             default without full recomputation.
-        scan: whether to run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled
-            once; if groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see
-            `runs_scanned`. The parameters remain those of the single layers, and are stacked before the loop. A layer
-            that differs from its neighbours, because it has its own recipe or name, runs outside of the loop.
+        scan: whether to run consecutive layers of the same structure in loops, see `jax_te.ops.scan_layers`, whose
+            body is compiled once for each; if groups of layers are recomputed together, a loop is over the groups.
+            ``"auto"``: see `runs_scanned`. The parameters remain those of the single layers, and are stacked before a
+            loop. A layer that differs from its neighbours, because it has its own recipe or name, runs outside of it.
         batch_parts: number of parts of the batch, see `Execution`.
         mask_types: arguments that are strings, see `MaskTypes`.
         **arrays: the other arguments of `TransformerLayer`, the same for all layers; ``rotary_pos_emb`` may be a pair,
@@ -282,11 +289,12 @@ def _run(
     distribute = recompute.distribute_saved_activations
     if batch_parts > 1 and distribute:
         raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
-    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
+    # Bound, not passed: jax.checkpoint and scan_layers take arrays, and mask types are strings.
     plain = functools.partial(_run_group, options.mask_types)
     saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
-    calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
     modules = (recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else ()
+    partly = functools.partial(run_with_gradients_at_once, plain)
+    calls: dict[bool, Callable[..., Parts]] = {False: partly if modules else plain, True: saved}
     groups = recompute_groups(recompute, len(layers))
     given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
     # Entered also without modules: the configuration decides, not a context around the model.
@@ -529,12 +537,10 @@ def _scan(
         xs, changed = run(xs, steps[0])
         changed.apply(layers[0])
         return xs
-    stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
-    with loop_over_layers():
-        xs, changed = jax.lax.scan(run, xs, stacked)
-    _check_own_state(changed.where.changes, layers)
-    for step, own in enumerate(layers):
-        _Changed([array[step] for array in changed.arrays], changed.where).apply(own)
+    xs, changed = scan_layers(run, xs, steps)
+    _check_own_state(changed[0].where.changes, layers)
+    for own, change in zip(layers, changed, strict=True):
+        change.apply(own)
     return xs
 
 
@@ -547,9 +553,3 @@ def _check_own_state(changes: Changes, layers: list[list[nnx.Module]]) -> None:
             f"layers share state that their calls change ({kinds}), and a loop over layers gives each one a copy: give "
             "each layer its own, or take scan=False"
         )
-
-
-def _behind_barrier(leaf: Array) -> Array:
-    # The gradient of jnp.stack is a slice for each layer. XLA takes long to decide whether to fuse each of many slices
-    # with its consumer; the barrier's gradient is a barrier, which settles it. Integers have no gradient.
-    return jax.lax.optimization_barrier(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf

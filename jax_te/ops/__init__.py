@@ -8,6 +8,7 @@ from jax_te.ops.attention.segments import Segments, segments_from_cu_seqlens
 from jax_te.ops.attention.spec import AttentionSpec, BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.backend import BACKENDS, OPS, BackendChoice, BackendName, OpName, explain_backend, use_backend
 from jax_te.ops.integers import as_int32, is_known
+from jax_te.ops.layer_loop import LOOP_NAME, scan_layers
 from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.dense import dense, layernorm_dense
 from jax_te.ops.linear.head import explain_head, head_logits
@@ -27,7 +28,6 @@ from jax_te.ops.moe.logits import router_logits
 from jax_te.ops.moe.placement import ExpertPlacement, expert_placement
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes, group_alignment, row_bound
 from jax_te.ops.moe.weighted_act import weighted_activation
-from jax_te.ops.stacked import loop_over_layers
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
@@ -61,10 +61,10 @@ __all__ = [
     "layernorm_dense",
     "layernorm_mlp",
     "linear_cross_entropy",
-    "loop_over_layers",
     "quantize_kernel",
     "reorder_to_zigzag",
     "row_bound",
+    "scan_layers",
     "segments_from_cu_seqlens",
     "softmax_cross_entropy",
     "undo_zigzag",

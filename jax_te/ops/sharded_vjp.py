@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.first_order import refuse_derivatives
 from jax_te.ops.source_lines import leave_out_lines_that_pass_calls_on
-from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.quantize import OpaqueTree
 from jax_te.remat import WITNESS
 from jax_te.sharding import MeshAxes, auto_region, free_axes, mark_varying, reshard, varying_axes
@@ -167,12 +166,11 @@ def sharded_vjp(
     def named(out: Any) -> Any:
         return out if name is None else checkpoint_name(out, name)
 
-    # `in_loop` is an argument, read where the op is called: JAX may run the rule of forward later, outside of contexts.
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-    def op(spec: Any, shards: Shards | None, in_loop: bool, args: Any, sinks: Any) -> Any:
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def op(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> Any:
         return named(run(spec, shards, _as_float32(args)[0])[0])
 
-    def forward(spec: Any, shards: Shards | None, in_loop: bool, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
+    def forward(spec: Any, shards: Shards | None, args: Any, sinks: Any) -> tuple[Any, _Residuals]:
         leaves, treedef = jax.tree.flatten(args)
         args = jax.tree.unflatten(treedef, [leaf.value for leaf in leaves])
         if check is not None:
@@ -185,12 +183,9 @@ def sharded_vjp(
         else:
             run_once = functools.partial(_run_once, functools.partial(run, spec, shards))
             out, residuals, witness = run_once(args, jax.tree.map(lambda leaf: leaf.value, sinks), why)
-        out = named(out)
-        if in_loop:
-            out, residuals = behind_barrier(out, residuals, args)
-        return out, _Residuals(residuals, dtypes, witness)
+        return named(out), _Residuals(residuals, dtypes, witness)
 
-    def backward(spec: Any, shards: Shards | None, in_loop: bool, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
+    def backward(spec: Any, shards: Shards | None, residuals: _Residuals, g: Any) -> tuple[Any, Any]:
         if not isinstance(g, jax.Array):
             # The cotangent of an output that nothing differentiates is zeros.
             g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
@@ -211,13 +206,12 @@ def sharded_vjp(
     op.defvjp(forward, backward, symbolic_zeros=True)
 
     def call(spec: Any, shards: Shards | None, args: Any, sinks: Any = None, out_axes: LogicalAxes | Any = None) -> Any:
-        in_loop = residuals_are_stacked.value
         if jax.sharding.get_abstract_mesh().empty:
-            return op(spec, None, in_loop, args, sinks)
+            return op(spec, None, args, sinks)
         if shards is None:
-            return auto_region(functools.partial(op, spec, None, in_loop), out_axes)(args, sinks)
+            return auto_region(functools.partial(op, spec, None), out_axes)(args, sinks)
         # Outside of the derivative rule, so that cotangents come back in the sharding that the caller's arrays have.
-        return op(spec, shards, in_loop, *reshard((args, sinks), (shards.args, shards.sinks), shards.mesh))
+        return op(spec, shards, *reshard((args, sinks), (shards.args, shards.sinks), shards.mesh))
 
     return call
 

@@ -13,6 +13,7 @@ import jax
 from jax_te._device import default_device
 from jax_te._validation import checked, log_once
 from jax_te.config import RECOMPUTE_POLICIES
+from jax_te.remat.at_once import gradients_at_once
 from jax_te.remat.carried import is_array, run_on_copies
 from jax_te.remat.sharded_input import remat_with_sharded_input
 from jax_te.typing import Words
@@ -199,14 +200,30 @@ def remat(
     if chosen is None:  # no jax.checkpoint: even one that saves everything changes what the compiler may fuse
         return function(*args, **kwargs)
 
+    if not distribute_saved_activations:
+        return _run_on_copies(functools.partial(_checkpoint, chosen), function, args, kwargs)
+    if not any(map(is_array, jax.tree.leaves(args))):
+        raise ValueError("distribute_saved_activations=True shards the first array argument, and there is none")
+    return _run_on_copies(lambda run: functools.partial(remat_with_sharded_input, run), function, args, kwargs)
+
+
+def run_with_gradients_at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)``, of which backward recomputes parts; see `gradients_at_once`."""
+    return _run_on_copies(lambda run: lambda *arrays: run(*gradients_at_once(arrays)), function, args, kwargs)
+
+
+def _run_on_copies(
+    transform: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     def call(operands: tuple[Any, ...]) -> Any:
         own_args, own_function, own_kwargs = operands
         return own_function(*own_args, **own_kwargs)
 
     # The function is an operand, too, since it may be a module, whose arrays need gradients.
-    operands = (args, function, kwargs)
-    if not distribute_saved_activations:
-        return run_on_copies(lambda run: jax.checkpoint(run, policy=chosen.jax_policy()), call, operands)
-    if not any(map(is_array, jax.tree.leaves(args))):
-        raise ValueError("distribute_saved_activations=True shards the first array argument, and there is none")
-    return run_on_copies(lambda run: functools.partial(remat_with_sharded_input, run), call, operands)
+    return run_on_copies(transform, call, (args, function, kwargs))
+
+
+def _checkpoint(policy: RecomputePolicy, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run``, whose backward recomputes what the policy does not save."""
+    recomputed = jax.checkpoint(run, policy=policy.jax_policy())
+    return lambda *arrays: recomputed(*gradients_at_once(arrays))

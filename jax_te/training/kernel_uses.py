@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p, custom_vjp_call_p, scan_p, stop_gradient_p, while_p
 
+from jax_te.ops import LOOP_NAME
+
 _Atom: TypeAlias = Var | Literal
 
 
@@ -68,7 +70,8 @@ _Marks = set[tuple[int, bool]]
 # | while                            | its body reads everything repeatedly; what the condition reads is no |
 # |                                  | use, since it has no gradient                                        |
 # | cond                             | each branch may read them                                            |
-# | another call (jit, remat)        | the jaxpr that it calls reads them                                   |
+# | another call (jit, remat), also  | the jaxpr that it calls reads them                                   |
+# | `scan_layers`                    |                                                                      |
 # | stop_gradient                    | its result has no gradient, and neither have integers                |
 # | anything else (slice, cast)      | all results are parts of them                                        |
 def _follow(jaxpr: Jaxpr, inputs: Sequence[_Marks], uses: list[set[Use]]) -> list[_Marks]:
@@ -88,7 +91,7 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[_Marks], uses: list[set[Use]]) -> lis
         operands = [read(atom) for atom in eqn.invars]
         if not any(operands) or eqn.primitive is stop_gradient_p:
             continue
-        if eqn.primitive is custom_vjp_call_p:
+        if eqn.primitive is custom_vjp_call_p and not _is_layer_loop(eqn):
             _add_uses(eqn, operands, uses)
             continue
         results = _results_of(eqn, operands, uses)
@@ -96,6 +99,12 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[_Marks], uses: list[set[Use]]) -> lis
             if _has_gradient(var):
                 marks[var] = set().union(*(result[number] for result in results if number < len(result)))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_layer_loop(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a call of `scan_layers`, whose backward pass is that of what is in its loops."""
+    inner = [own for jaxpr in called_jaxprs(eqn) for own in jaxpr.eqns]
+    return any(own.primitive.name == "name" and own.params["name"] == LOOP_NAME for own in inner)
 
 
 def _add_uses(eqn: JaxprEqn, operands: Sequence[_Marks], uses: list[set[Use]]) -> None:

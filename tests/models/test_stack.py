@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +27,9 @@ from jax_te.models import (
     runs_scanned,
     stack,
 )
-from jax_te.ops import loop_over_layers
-from jax_te.quantize import QuantizerState, as_float32, with_max_gradients
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
-from jax_te.training import create_train_state, make_train_step, split_model
+from jax_te.training import create_train_state, make_train_step
 from tests.support.numerics import quick_jit
 from tests.support.states import merging
 
@@ -96,75 +94,6 @@ def test_layers_whose_parameters_have_other_dtypes_are_not_stacked() -> None:
     kernel.set_value(kernel.get_value().astype(jnp.bfloat16))
     x = jnp.ones((1, 8, 16))
     assert " scan[" not in str(jax.make_jaxpr(lambda made: run_layers(made, x, [None] * 2, scan=True))(layers))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
-def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
-    """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""
-    with autocast(recipe):
-        parts = [split_model(Block(nnx.Rngs(number))) for number in range(3)]
-
-    def loss(trees: Any, scan: bool) -> jax.Array:
-        made = [nnx.merge(parts[i][0], *tree) for i, tree in enumerate(trees)]
-        return jnp.sum(jnp.sin(run_layers(made, jnp.ones((1, 16, 16)), [None] * 3, scan=scan)))
-
-    with autocast(recipe):
-        trees = [(part.params, with_max_gradients(part.quantizers), part.rest) for part in parts]
-        gradient = {scan: jax.grad(functools.partial(loss, scan=scan), allow_int=True) for scan in (True, False)}
-        programs = {scan: jax.make_jaxpr(fn)(trees) for scan, fn in gradient.items()}
-        values = [
-            jax.tree.leaves([(params, as_float32(quantizers)) for params, quantizers, _ in fn(trees)])
-            for fn in gradient.values()
-        ]
-    # Without a loop scales alone, which are scalars, are behind one.
-    behind_one = re.findall(r"(\S+) = optimization_barrier", str(programs[False]))
-    assert bool(behind_one) == (recipe is not None)
-    assert all(result.endswith(":f32[]") for result in behind_one)
-    forward, _ = (eqn for eqn in programs[True].eqns if eqn.primitive.name == "scan")
-    body = forward.params["jaxpr"].jaxpr
-    made_by = {var: eqn.primitive.name for eqn in body.eqns for var in eqn.outvars}
-    given = [made_by[var] for var in body.outvars if var in made_by and var.aval.ndim > 1]
-    assert len(given) >= 4
-    assert sorted(set(given)) == ["add", "optimization_barrier"]
-    assert given.count("add") == 1  # the block's output, which goes to the next turn
-    if recipe is None:  # backward reads the kernels as they are: from the stack that they were in
-        assert not {(16, 1, 32), (32, 16)} & {var.aval.shape for var in body.outvars}
-    for one, other in zip(*values, strict=True):
-        assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def by_nnx_scan(layers: Any, x: jax.Array) -> jax.Array:
-    return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers)
-
-
-def by_lax_scan(layers: Any, x: jax.Array) -> jax.Array:
-    graphdef, state = nnx.split(layers)
-    return jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), x, state)[0]
-
-
-@pytest.mark.costly(
-    "by_nnx_scan-jit", slow=("by_nnx_scan-checkpoint", "by_nnx_scan-grad", "by_lax_scan-checkpoint", "by_lax_scan-grad")
-)
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["grad", "jit", "checkpoint"])
-@pytest.mark.parametrize("scan", [by_nnx_scan, by_lax_scan])
-def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:
-    """Also where the derivative's rule runs outside of the context, in which the function was traced."""
-    layers = nnx.vmap(lambda key: Block(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
-    graphdef, state = nnx.split(layers)
-
-    def gradient(in_loop: bool) -> Any:
-        def loss(state: Any) -> jax.Array:
-            with loop_over_layers() if in_loop else contextlib.nullcontext():
-                return jnp.sum(jnp.sin(scan(nnx.merge(graphdef, state), jnp.ones((1, 16, 16)))))
-
-        return jax.jit(jax.grad(wrap(loss)))
-
-    found = {in_loop: str(jax.make_jaxpr(gradient(in_loop))(state)) for in_loop in (True, False)}
-    # The barrier of `jax.checkpoint` stands in both.
-    assert found[True].count("optimization_barrier") > found[False].count("optimization_barrier")
-    for one, other in zip(*(jax.tree.leaves(gradient(in_loop)(state)) for in_loop in (True, False)), strict=True):
-        assert jnp.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("scan", ["yes", ""])

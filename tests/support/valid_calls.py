@@ -1043,6 +1043,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "ops.reorder_to_zigzag": lambda f: Call(ops.reorder_to_zigzag, {"x": X, "ranks": 2, "axis": 1}),
     "ops.undo_zigzag": lambda f: Call(ops.undo_zigzag, {"x": X, "ranks": 2, "axis": 1}),
     "ops.zigzag_positions": lambda f: Call(ops.zigzag_positions, {"s": 4, "ranks": 2}),
+    "ops.scan_layers": lambda f: Call(
+        ops.scan_layers, {"body": lambda x, layer: (x * layer, None), "init": jnp.ones(2), "layers": [jnp.ones(2)] * 2}
+    ),
     "ops.segments_from_cu_seqlens": lambda f: Call(
         ops.segments_from_cu_seqlens,
         {

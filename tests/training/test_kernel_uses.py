@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_te.ops import scan_layers
 from jax_te.training.kernel_uses import Use, uses_of_inputs
 
 
@@ -40,6 +41,18 @@ def carried(x: Any, kernel: Any) -> Any:
     return jax.lax.scan(lambda carry, _: ((op(x, carry[1]), x @ kernel), None), (x, x), None, length=2)[0][0]
 
 
+def layer_loop(x: Any, kernel: Any) -> Any:
+    return scan_layers(lambda x, _: (op(x, kernel), None), x, [jnp.ones(()), jnp.ones(())])[0]
+
+
+def layer_loop_of_slices(x: Any, kernel: Any) -> Any:
+    return scan_layers(lambda x, kernel: (op(x, kernel), None), x, [kernel, kernel])[0]
+
+
+def layer_loop_with_penalty(x: Any, kernel: Any) -> Any:
+    return scan_layers(lambda x, kernel: (op(x, kernel) + jnp.sum(kernel**2), None), x, [kernel, kernel])[0]
+
+
 ONCE = {Use(2, repeated=False, operands=1, beside=frozenset({0, 1}))}
 AGAIN = {Use(2, repeated=True, operands=1, beside=frozenset({0, 1}))}
 KERNEL = {Use(2, repeated=False, operands=1, beside=frozenset({1}))}
@@ -65,11 +78,15 @@ BOTH = {Use(2, repeated=False, operands=2, beside=frozenset({0, 1}))}
         (jax.jit(scan), AGAIN, False),
         (scan_of_slices, ONCE, False),
         (while_loop, AGAIN, False),
+        (layer_loop, AGAIN, False),
+        (layer_loop_of_slices, ONCE, False),
+        (layer_loop_with_penalty, ONCE | BOTH, True),
         (carried, {use._replace(repeated=True) for use in ONCE}, False),
     ],
     ids=[
         *("op", "cast", "no op", "result", "penalty", "both operands", "alone", "stop_gradient", "comparison", "jit"),
-        *("remat", "cond", "scan", "jit of scan", "slices", "while", "carried"),
+        *("remat", "cond", "scan", "jit of scan", "slices", "while"),
+        *("layer loop", "layers", "layers with penalty", "carried"),
     ],
 )
 def test_uses_are_seen_in_every_kind_of_equation(program: Any, calls: set[Use], in_results: bool) -> None:

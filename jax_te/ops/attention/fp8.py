@@ -25,9 +25,9 @@ from jax_te.ops.attention.fp8_mean import codes_with_mean
 from jax_te.ops.attention.fp8_types import Amaxes, Fp8Call, Fp8Operands, Scales
 from jax_te.ops.attention.spec import QKV, unpack
 from jax_te.ops.first_order import why_quantized
+from jax_te.ops.named import named
 from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
-from jax_te.ops.stacked import named
 from jax_te.quantize import (
     AttentionState,
     AttentionTensor,

@@ -16,8 +16,8 @@ from jax_te.ops.linear.dense import linear_op
 from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.resolve import Layer, LinearArgs, check_differentiated, run_op, why_once
 from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec
+from jax_te.ops.named import named
 from jax_te.ops.sharded_vjp import sharded_vjp
-from jax_te.ops.stacked import named
 from jax_te.quantize import Quantization
 from jax_te.sharding import all_gather
 from jax_te.typing import Array, DTypeLike, LogicalAxes

@@ -14,8 +14,8 @@ from jax_te.ops.linear.norm_steps import norm_backward, normed_operand
 from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
 from jax_te.ops.linear.spec import LinearWeights, OpSpec
+from jax_te.ops.named import named
 from jax_te.ops.sharded_vjp import sharded_vjp
-from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState
 from jax_te.recipe import Recipe
 from jax_te.sharding import constrain

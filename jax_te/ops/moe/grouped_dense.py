@@ -21,10 +21,10 @@ from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, resolve
 from jax_te.ops.moe.permute import Permutation, permute, unpermute
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
+from jax_te.ops.named import named
 from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.primitives import GemmBackend
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
-from jax_te.ops.stacked import named
 from jax_te.ops.xla import grouped
 from jax_te.quantize import (
     GemmState,

@@ -16,7 +16,6 @@ from jax_te.ops import xla
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.softmax_offset import offset_gradient
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
-from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.ops.te.load import runs_as_plain_jax
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.typing import Array
@@ -163,7 +162,7 @@ def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[A
     """
     if _is_empty(spec):
         return xla.attention(qkv, spec, arrays)
-    result: Any = _fused(spec, residuals_are_stacked.value, qkv, arrays)
+    result: Any = _fused(spec, qkv, arrays)
     out, max_logit = result
     return out, jax.lax.stop_gradient(max_logit) if max_logit is not None else None
 
@@ -174,20 +173,19 @@ def _is_empty(spec: AttentionSpec) -> bool:
 
 
 # A custom derivative rule: in TE's, backward would run outside of `inside_te`.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused(spec: AttentionSpec, in_loop: bool, qkv: QKV, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-    return _forward(spec, in_loop, qkv, arrays)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Array, Array | None]:
+    return _forward(spec, qkv, arrays)[0]
 
 
-def _forward(spec: AttentionSpec, in_loop: bool, qkv: QKV, arrays: AttentionArrays) -> tuple[Any, Any]:
+def _forward(spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays) -> tuple[Any, Any]:
     out, log_sum, max_logit = attention_forward(qkv, spec, arrays)
     # The name under which te.jax saves them, too: a remat policy that saves it does not run attention again.
     out, log_sum = (checkpoint_name(a, "context") for a in (out, log_sum))
-    results, residuals = (out, max_logit), (qkv, arrays, log_sum, out)
-    return behind_barrier(results, residuals, (qkv, arrays)) if in_loop else (results, residuals)
+    return (out, max_logit), (qkv, arrays, log_sum, out)
 
 
-def _backward(spec: AttentionSpec, in_loop: bool, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
+def _backward(spec: AttentionSpec, kept: Any, cotangents: tuple[Array, Any]) -> tuple[Any, ...]:
     qkv, arrays, log_sum, out = kept
     d_qkv, d_bias, d_offset = attention_backward(qkv, spec, arrays, out, log_sum, cotangents[0])
     return d_qkv, AttentionArrays(bias=d_bias, softmax_offset=d_offset)
