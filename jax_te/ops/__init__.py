@@ -28,6 +28,7 @@ from jax_te.ops.moe.logits import router_logits
 from jax_te.ops.moe.placement import ExpertPlacement, expert_placement
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes, group_alignment, row_bound
 from jax_te.ops.moe.weighted_act import weighted_activation
+from jax_te.ops.residual_plan import called_jaxprs
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [

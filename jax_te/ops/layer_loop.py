@@ -26,13 +26,14 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_te._validation import checked
-from jax_te.ops.residual_plan import ResidualPlan, evaluate, inner_program, is_small, plan_residuals, read, variables
+from jax_te.ops.residual_plan import ResidualPlan, called_jaxprs, evaluate, is_small, plan_residuals, read, variables
+from jax_te.ops.sharded_vjp import merges_gradients
 from jax_te.quantize import as_float32_inside, with_max_gradients_inside
 from jax_te.remat import loop_body
 from jax_te.sharding import mark_varying, varying_axes
 
 LOOP_NAME = "layer_loop"
-"""Checkpoint name of the first carry where a loop is not differentiated: its derivative is that of what is inside."""
+"""Checkpoint name of a loop's arguments in a program before its derivative, which is that of what is inside."""
 
 _LOOPS = 4
 """Number of loops at most. One loop would hold the kernels and the gradients of all layers beside all residuals."""
@@ -112,7 +113,7 @@ def _check_equal(layers: list[Any]) -> None:
         if jax.tree.structure(layer) != structure:
             raise ValueError(
                 f"layers of one loop have one structure, and layer {number} has another than layer 0; give them equal "
-                f"static attributes, or run them one by one"
+                "static attributes, or run them one by one"
             )
         for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(layer), strict=True):
             if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -138,13 +139,8 @@ def _equally_varying(layers: list[Any]) -> list[Any]:
 def _converted(tree: Any, dtypes: list[Any], convert: Callable[[Any], Any]) -> Any:
     """Return a tree with the leaves converted that, by these dtypes, are states whose gradients merge by maximum."""
     leaves, structure = jax.tree.flatten(tree)
-    converted = [convert(leaf) if _merges(dtype) else leaf for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    converted = [convert(leaf) if merges_gradients(dtype) else leaf for leaf, dtype in zip(leaves, dtypes, strict=True)]
     return jax.tree.unflatten(structure, converted)
-
-
-def _merges(dtype: Any) -> bool:
-    """Return whether gradients in a dtype merge by maximum; random keys have the other extended dtype."""
-    return jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _program(turn: Callable[..., Any], carry: Any, layer: Any) -> tuple[Any, Any]:
@@ -181,7 +177,7 @@ def _check_carry(init: Any, result: Any) -> None:
 
 def _check_no_shared_states(arrays: list[Any]) -> None:
     """Raise ValueError for states of quantizers that all layers share."""
-    if any(_merges(array.dtype) for array in arrays):
+    if any(merges_gradients(array.dtype) for array in arrays):
         raise ValueError(
             "body closes over states of quantizers, or carries them, and their gradients merge by maximum over layers, "
             "which a loop over layers does not do; give each layer its own, or run them one by one"
@@ -195,8 +191,8 @@ def _run(body: Callable[..., Any], init: Any, layers: list[Any], constants: list
     def turn(carry: Any, layer: Any) -> Any:
         return body(carry, layer, *constants)
 
-    # The name says what this call is to whoever reads a program of it, see `LOOP_NAME`.
-    carry, ys = checkpoint_name(init, LOOP_NAME), []
+    # The name says what this call is to whoever reads a program of it, see `LOOP_NAME`. A carry may have no arrays.
+    (carry, layers), ys = checkpoint_name((init, layers), LOOP_NAME), []
     for part in _parts(layers):
         carry, stacked = jax.lax.scan(turn, carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *part))
         ys += [jax.tree.map(lambda leaf, place=place: leaf[place], stacked) for place in range(len(part))]
@@ -379,7 +375,7 @@ def _run_forward(
                     continue
                 # A called function may read what it returns, and the rest of the turn a small result. XLA would then
                 # run the kernel twice, once for what is written; behind a barrier it copies.
-                is_read = inner_program(eqn) is not None or is_small(result)
+                is_read = bool(called_jaxprs(eqn)) or is_small(result)
                 value = jax.lax.optimization_barrier(values[result]) if is_read else values[result]
                 values[result] = stored(result, value)
         results = iter([read(values, atom) for atom in turn.program.outvars])

@@ -155,14 +155,18 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     if eqn.effects or any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple | list) else (axes,))):
         return False
-    inner = inner_program(eqn)
-    return inner is None or (eqn.primitive.name in _CALLS and all(map(_is_cheap, inner.eqns)))
+    called = called_jaxprs(eqn)
+    return not called or (
+        eqn.primitive.name in _CALLS and all(_is_cheap(own) for jaxpr in called for own in jaxpr.eqns)
+    )
 
 
 def same_as(eqn: JaxprEqn, result: Var) -> Var | None:
     """Return the operand that a called function returns as this result; None for a result that it computes."""
-    inner = inner_program(eqn)
-    if inner is None or eqn.primitive.name not in _CALLS or len(inner.invars) != len(eqn.invars):
+    if eqn.primitive.name not in _CALLS:
+        return None
+    inner, *_ = called_jaxprs(eqn)
+    if len(inner.invars) != len(eqn.invars):
         return None
     returned = inner.outvars[eqn.outvars.index(result)]
     if returned not in inner.invars:
@@ -171,10 +175,7 @@ def same_as(eqn: JaxprEqn, result: Var) -> Var | None:
     return operand if isinstance(operand, Var) else None
 
 
-def inner_program(eqn: JaxprEqn) -> Jaxpr | None:
-    """Return the program of the function that an equation calls; None for an operation."""
-    for value in eqn.params.values():
-        inner = getattr(value, "jaxpr", value)
-        if isinstance(inner, Jaxpr):
-            return inner
-    return None
+def called_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the jaxprs among the parameters of an equation."""
+    parts = [part for value in eqn.params.values() for part in (value if isinstance(value, tuple | list) else (value,))]
+    return [jaxpr for part in parts if hasattr(jaxpr := getattr(part, "jaxpr", part), "eqns")]

@@ -280,7 +280,7 @@ def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
     # The dtype whose gradients merge by maximum serves only JAX's transposition: inside of a rule nothing is merged.
     leaves, treedef = jax.tree.flatten(args)
     dtypes = tuple(leaf.dtype for leaf in leaves)
-    is_cast = [_is_state(dtype) for dtype in dtypes]
+    is_cast = [merges_gradients(dtype) for dtype in dtypes]
     if not any(is_cast):
         return args, None
     cast = [
@@ -290,7 +290,7 @@ def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
     return jax.tree.unflatten(treedef, cast), (treedef, dtypes)
 
 
-def _is_state(dtype: Any) -> bool:
+def merges_gradients(dtype: Any) -> bool:
     """Return whether a dtype is an extended one that reaches the rules as fp32; random keys keep theirs."""
     return jnp.issubdtype(dtype, jax.dtypes.extended) and not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 

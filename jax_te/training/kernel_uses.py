@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import cond_p, custom_vjp_call_p, scan_p, stop_gradient_p, while_p
 
-from jax_te.ops import LOOP_NAME
+from jax_te.ops import LOOP_NAME, called_jaxprs
 
 _Atom: TypeAlias = Var | Literal
 
@@ -186,9 +186,3 @@ def _has_gradient(var: Var) -> bool:
 
 def _ndim(atom: _Atom) -> int:
     return atom.aval.ndim  # type: ignore[attr-defined]  # of arrays, which have it
-
-
-def called_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs among the parameters of an equation."""
-    parts = [part for value in eqn.params.values() for part in (value if isinstance(value, tuple | list) else (value,))]
-    return [jaxpr for part in parts if hasattr(jaxpr := getattr(part, "jaxpr", part), "eqns")]

@@ -313,3 +313,5 @@ def test_a_carry_with_a_random_key() -> None:
         return jax.grad(lambda layers: jnp.sum(run(turn, (X, jax.random.key(3)), layers)[0][0]))(layers_of(4))
 
     assert_close(gradient(scan_layers), gradient(one_by_one))
+    plain = [run(turn, (X, jax.random.key(3)), layers_of(4))[0][0] for run in (scan_layers, one_by_one)]
+    assert_close(*plain)

@@ -53,6 +53,10 @@ def layer_loop_with_penalty(x: Any, kernel: Any) -> Any:
     return scan_layers(lambda x, kernel: (op(x, kernel) + jnp.sum(kernel**2), None), x, [kernel, kernel])[0]
 
 
+def layer_loop_without_carry(x: Any, kernel: Any) -> Any:
+    return sum(scan_layers(lambda _, kernel: ((), op(x, kernel) + jnp.sum(kernel**2)), (), [kernel, kernel])[1])
+
+
 ONCE = {Use(2, repeated=False, operands=1, beside=frozenset({0, 1}))}
 AGAIN = {Use(2, repeated=True, operands=1, beside=frozenset({0, 1}))}
 KERNEL = {Use(2, repeated=False, operands=1, beside=frozenset({1}))}
@@ -81,12 +85,13 @@ BOTH = {Use(2, repeated=False, operands=2, beside=frozenset({0, 1}))}
         (layer_loop, AGAIN, False),
         (layer_loop_of_slices, ONCE, False),
         (layer_loop_with_penalty, ONCE | BOTH, True),
+        (layer_loop_without_carry, ONCE, True),
         (carried, {use._replace(repeated=True) for use in ONCE}, False),
     ],
     ids=[
         *("op", "cast", "no op", "result", "penalty", "both operands", "alone", "stop_gradient", "comparison", "jit"),
         *("remat", "cond", "scan", "jit of scan", "slices", "while"),
-        *("layer loop", "layers", "layers with penalty", "carried"),
+        *("layer loop", "layers", "layers with penalty", "without carry", "carried"),
     ],
 )
 def test_uses_are_seen_in_every_kind_of_equation(program: Any, calls: set[Use], in_results: bool) -> None:
